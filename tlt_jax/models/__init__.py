@@ -1,0 +1,1 @@
+"""Decoder-only transformers and their checkpoints."""

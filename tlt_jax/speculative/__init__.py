@@ -1,0 +1,1 @@
+"""Decoding on the device; gets the network as functions."""
